@@ -58,7 +58,9 @@ class StartMean(Callback):
         strategy.keep_state("start_mean", self)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._scored = 0  # A resumed run then gets the value from its checkpoint.
+        running = self.model.distribute_strategy.running
+        # A resumed run then gets the value from its checkpoint.
+        self._scored = running.epoch * running.chunks.count
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         running = self.model.distribute_strategy.running

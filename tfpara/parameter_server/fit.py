@@ -148,6 +148,7 @@ class Fit:
         self._write()
         self.within_epoch = False
         self._copy.read()
+        self._read_rate()
         left_out = self._check_left_out(is_over=True)
         logs = self._logs() | self._validated(callbacks, *validation)
         if self._models.skips:
@@ -178,8 +179,8 @@ class Fit:
         self.server.generation += 1
         self._resumed_epoch = epoch if within else None
         # If the restored rates of the chief and the servers differ, the cause is a ChunkRateSearch,
-        # which changes the servers' rate only. So the chief's rate counts as sent, and
-        # `follow_rate` does not overwrite the servers' rate.
+        # which within an epoch changes the servers' rate only. So the chief's rate counts as sent,
+        # and `follow_rate` does not overwrite the servers' rate.
         self.server.told_rate = self._chiefs_rate()
         self.work.read_frozen()
         self._copy.read()
@@ -190,6 +191,17 @@ class Fit:
         rate = self._chiefs_rate()
         if rate is not None and rate != self.server.told_rate:
             self.server.learning_rate = self.server.told_rate = rate
+
+    def _read_rate(self) -> None:
+        """Gives the chief's optimizer the rate that a ChunkRateSearch has chosen, if there is one.
+
+        So the epoch's log has this rate, a callback that lowers the rate starts from it, and a rate
+        that is set later counts as a change, even if training began with the same one.
+        """
+        rate = self.server.learning_rate
+        if rate is not None and rate != self.server.told_rate:
+            self.model.optimizer.learning_rate = rate
+            self.server.told_rate = self._chiefs_rate()
 
     def give_up(self, longest_seconds: float) -> None:
         """After `run` has failed: stops the workers, and copies the global weights to the chief."""

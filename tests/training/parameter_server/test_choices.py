@@ -83,6 +83,20 @@ def test_the_searched_rates_are_those_of_numpy(rule, period):
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-5)
 
 
+def test_after_an_epoch_the_optimizer_has_the_searched_rate():
+    search = tfpara.ChunkRateSearch((0.5,), minibatches=2)  # halves it for each chunk
+    strategy, model = made(0.08)
+    options = {"batch_size": 32, "shuffle": False, "chunks": 2, "verbose": 0}
+    strategy.fit(model, X, X @ TRUE, search_rate=search, **options)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.02)
+    before = model.get_weights()[0]
+    model.optimizer.learning_rate = 0.08  # the rate that the optimizer had at first
+    strategy.fit(model, X, X @ TRUE, **options)
+    for x in np.split(X, 4):
+        before = before - 0.08 * gradient(x, before)
+    np.testing.assert_allclose(model.get_weights()[0], before, rtol=1e-4)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_rates_of_other_types_are_searched_on_a_cluster(dtype, request, monkeypatch):
@@ -222,6 +236,19 @@ def test_the_mean_starts_again_where_the_average_does():
         with strategy.weights(model, "average"):
             np.testing.assert_array_equal(model.get_weights()[0], 0.0)
         assert means() == (0.0, pytest.approx(0.2))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_average_is_compared_after_every_chunks_of_this_fit(first, monkeypatch):
+    scored = []
+    monkeypatch.setattr(
+        "tfpara.callbacks.start_mean.evaluate", lambda *_: scored.append(1) or {"loss": 1.0}
+    )
+    strategy, model = made(0.01)
+    options = {"batch_size": 8, "chunks": 4, "initial_epoch": first, "epochs": first + 1}
+    start = tfpara.StartMean((X, X @ TRUE), every_chunks=4)
+    strategy.fit(model, X, X @ TRUE, verbose=0, callbacks=[start], **options)
+    assert len(scored) == 2  # the model and its average, once
 
 
 @pytest.mark.nightly
