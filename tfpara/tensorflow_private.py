@@ -1,10 +1,15 @@
 """TensorFlow's private names, imported only here. Keras' private names are in `keras/replacing`."""
 
 import contextvars
+import ctypes
+import pathlib
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
+
+# TensorFlow's C functions for Python, of which `functions_let_threads_run` replaces two.
+from tensorflow.python import pywrap_tfe
 
 # Finds a dataset's batch size, as TensorFlow does before it divides batches between replicas.
 from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
@@ -45,6 +50,7 @@ __all__ = [
     "cancel_by_thread",
     "compute_batch_size",
     "context",
+    "functions_let_threads_run",
     "input_lib",
     "multi_device",
     "mwms",
@@ -70,3 +76,38 @@ def cancel_by_thread() -> None:
     """
     cancellation.context = _manager.get
     cancellation.CancellationManagerContext = partial(context_variable, _manager)
+
+
+def functions_let_threads_run() -> None:
+    """Makes TensorFlow release Python's lock when it tells other processes of graph functions.
+
+    For each function that is made or deleted, TensorFlow asks all processes of the cluster, one
+    after the other, and waits for their answers. It keeps Python's lock meanwhile. If a process is
+    silent, the thread that finds silent processes could not run, and would never end the wait.
+    """
+    found = [*pathlib.Path(tf.sysconfig.get_lib()).glob("libtensorflow_cc.*")]
+    if not found:  # TensorFlow has other files on this system
+        return
+    library = ctypes.CDLL(str(found[0]))
+    library.TF_NewStatus.restype = ctypes.c_void_p
+    library.TF_Message.restype = ctypes.c_char_p
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+    def call(function: Any, eager_context: Any, argument: Any) -> None:
+        status = ctypes.c_void_p(library.TF_NewStatus())
+        function(ctypes.c_void_p(pointer_of(eager_context, None)), argument, status)
+        code, message = library.TF_GetCode(status), library.TF_Message(status).decode()
+        library.TF_DeleteStatus(status)
+        if code:
+            raise tf.compat.v1.errors.exception_type_from_error_code(code)(None, None, message)
+
+    def add(eager_context: Any, function: Any) -> None:
+        # `function` is an object of pybind11, whose first field is the address of the C object.
+        address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__)
+        call(library.TFE_ContextAddFunction, eager_context, address)
+
+    def remove(eager_context: Any, name: bytes | str) -> None:
+        call(library.TFE_ContextRemoveFunction, eager_context, tf.compat.as_bytes(name))
+
+    pywrap_tfe.TFE_ContextAddFunction, pywrap_tfe.TFE_ContextRemoveFunction = add, remove

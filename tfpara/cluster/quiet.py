@@ -45,9 +45,10 @@ _LONG_NOTES = {
     re.compile(rb"I0000 .*\] SessionOptions: "): re.compile(rb" *(\w+( \{|: .*)|\}|)\r?\n?$"),
     re.compile(
         rb"[EW]0000 .*\] (Ignoring an error encountered when deleting remote tensors"
-        rb"|Unable to destroy remote tensor handles|Failed to (register|remove) function remotely)"
+        rb"|Unable to destroy remote tensor handles|Unable to close remote context"
+        rb"|Failed to (register|remove) function remotely|Socket closed$)"
     ): re.compile(
-        rb"Additional GRPC error information from remote target |:\{\""
+        rb"Additional GRPC error information from remote target |:(\{\"|UNKNOWN:)"
         rb"|This could happen if the remote target has been disconnected"
     ),
 }

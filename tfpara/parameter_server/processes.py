@@ -18,7 +18,7 @@ from tfpara.parameter_server.chunk_runner import ChunkRunner
 from tfpara.parameter_server.control import member
 from tfpara.parameter_server.control.lobby import Lobby
 from tfpara.parameter_server.workers import Training, Workers
-from tfpara.tensorflow_private import cancel_by_thread
+from tfpara.tensorflow_private import cancel_by_thread, functions_let_threads_run
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
 # The servers are kept for the life of the process, because a server stops when its Python object is
@@ -70,6 +70,7 @@ class Processes(Workers):
             tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer="grpc"
         )
         cancel_by_thread()
+        functions_let_threads_run()
         strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 

@@ -73,7 +73,8 @@ def test_a_worker_that_dies_loses_no_minibatch_and_may_come_back(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_worker_that_is_stopped_holds_no_checkpoint_and_no_end_of_an_epoch(tmp_path):
-    """Each epoch ends with a checkpoint, for which the workers pause."""
+    """Each epoch ends with a checkpoint, for which the workers pause; the chief evaluates often."""
+    (tmp_path / "evaluate").touch()
     with start(tmp_path, 1000, timeout=SILENCE) as run:
         run["chief"].wait_for("minibatch")
         stopped = run["worker 0"]

@@ -35,8 +35,9 @@ from tfpara.typing import Json
 
 _TICK_SECONDS = 0.1
 # TensorFlow connects to a lost task again and again, and would wait forever for an answer. So the
-# lobby cuts these connections repeatedly. This is the longest pause between two cuts.
-_CUT_SECONDS = 5.0
+# lobby cuts these connections repeatedly, with this pause. The pause is short, because the chief
+# may wait so long for each graph function that it makes, of which an evaluation makes a dozen.
+_CUT_SECONDS = 0.2
 # The longest wait until the other processes end, or until their addresses accept a connection.
 _ANSWER_SECONDS = 10.0
 _FIRST_FREE_PORT = 1024
@@ -201,7 +202,6 @@ class Lobby:
         A suspended process does not answer TensorFlow's calls, which have no time limit, and its
         machine still accepts each new connection. So one cut is not enough.
         """
-        pause = _TICK_SECONDS
         while True:
             lost |= ports.places(address)
             # The lock is held, so that the task is not let in between the check and the cut.
@@ -210,8 +210,7 @@ class Lobby:
                 if task in self._door.guests or self._closing:
                     return
                 ports.cut(lost)
-            time.sleep(pause)
-            pause = min(2.0 * pause, _CUT_SECONDS)
+            time.sleep(_CUT_SECONDS)
 
 
 def _leave(sentence: str) -> NoReturn:
