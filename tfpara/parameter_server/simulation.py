@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import time
 import types
 import weakref
 from collections.abc import Sequence
@@ -185,7 +184,6 @@ class _Simulation(Executor):
         self._waiting = collections.deque[tuple[int, int]]()
         self._due: dict[int, float] = {}  # the time of each worker's next push
         self._refused: list[_Worker] = []  # workers whose pushes would make others too stale
-        self._chunk_ended = False  # whether a chunk has ended since the last wait
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
@@ -203,23 +201,19 @@ class _Simulation(Executor):
         self._waiting.extend((epoch, chunk) for chunk in chunks)
 
     def wait(self, seconds: float) -> bool:
-        """Trains until a chunk ends, or for `seconds` of real time, but at least one push.
+        """Trains until a worker has pushed; `seconds` has no effect.
 
-        As a wait ends at the end of every chunk, what callbacks do after a chunk comes between the
-        same pushes in all runs. Raises ValueError if the record is of another run.
+        As the real time has none, what callbacks do comes between the same pushes in all runs.
+        Raises ValueError if the record is of another run.
         """
-        until = time.monotonic() + seconds
-        while True:
-            self._pull_where_free()
-            if not self._due:
-                if self._repeats and self._chunks_left():
-                    raise self._other_run("it has no pull that could come next")
-                return True
-            self._push_of(self._next_to_push())
-            self._push_refused()
-            ended, self._chunk_ended = self._chunk_ended, False
-            if ended or time.monotonic() >= until:
-                return False
+        self._pull_where_free()
+        if not self._due:
+            if self._repeats and self._chunks_left():
+                raise self._other_run("it has no pull that could come next")
+            return True
+        self._push_of(self._next_to_push())
+        self._push_refused()
+        return False
 
     def halt(self) -> None:
         # Blocks that were not pushed are lost. If the epoch goes on, their minibatches are trained
@@ -373,7 +367,6 @@ class _Simulation(Executor):
                 again |= self._push_of(worker)
 
     def _finish(self, worker: _Worker) -> None:
-        self._chunk_ended = True
         self._exchange.finish(_long(worker.epoch), _long(worker.chunk), tf.constant(True))
 
     def _push_block(

@@ -252,7 +252,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         `fit` the model has the global weights.
 
         The progress bar and the callbacks' batch hooks are updated several times a second, not at
-        each push.
+        each push; but in a simulation at each push.
 
         Args:
             model: built and compiled in the scope.

@@ -799,6 +799,30 @@ def test_a_scheduled_rate_goes_on_within_an_epoch(tmp_path, monkeypatch, make, w
     assert again._models.of(resumed).server.learning_rate == pytest.approx(rate)
 
 
+def test_a_rate_by_position_is_each_minibatchs_own_also_in_a_resumed_epoch(tmp_path, monkeypatch):
+    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
+    by_step = plain(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 24, 0.2)))
+    by_step.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+
+    def trained(*others):
+        strategy, model = made(optimizer=keras.optimizers.SGD(0.1), workers=1)
+        rate = tfpara.callbacks.LearningRate(lambda position: 0.1 * 0.2**position, 24)
+        train(strategy, model, 2, [rate, *others], shuffle=False)
+        return model.get_weights()
+
+    def leave(batch, logs):
+        if batch == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    kill = keras.callbacks.LambdaCallback(on_train_batch_end=leave)
+    with pytest.raises(tfpara.callbacks.Preempted):
+        trained(kill, tfpara.AsyncCheckpoint(tmp_path))
+    whole, resumed = trained(), trained(tfpara.AsyncCheckpoint(tmp_path))
+    for wanted, one, other in zip(by_step.get_weights(), whole, resumed, strict=True):
+        np.testing.assert_allclose(one, wanted, atol=1e-6)
+        np.testing.assert_array_equal(other, one)
+
+
 @pytest.mark.nightly
 def test_scores_within_an_epoch_go_on_where_they_were(tmp_path, monkeypatch):
     monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
