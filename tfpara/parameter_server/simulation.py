@@ -196,6 +196,7 @@ class _Simulation(Executor):
         self._begin = graph(self._work.begin)
         self._add = graph(self._work.add)
         self._push = graph(self._push_block)
+        self._traced = False  # whether `_trace` was called
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
         self._waiting.extend((epoch, chunk) for chunk in chunks)
@@ -234,8 +235,10 @@ class _Simulation(Executor):
             if not self._ask(_long(worker.index)):
                 continue
             rows = worker.rows
-            worker.pulled = self._pull(rows).with_rate(worker.rate)
             kept = self._kept_of(worker)
+            if rows and not self._traced:
+                self._trace(worker, kept.optimizer)
+            worker.pulled = self._pull(rows).with_rate(worker.rate)
             weights, optimizer = kept.weights or worker.pulled.weights, list(kept.optimizer)
             for k, table in self._work.slots_by_rows.items():
                 optimizer[k] = tf.gather(optimizer[k], rows[table])
@@ -249,6 +252,27 @@ class _Simulation(Executor):
                     break
             worker.own = worker.block.own
             self._due[worker.index] = self._now + duration
+
+    def _trace(self, worker: _Worker, optimizer: Sequence[tf.Tensor]) -> None:
+        """Traces the graphs of blocks for any number of rows; else each table would retrace them.
+
+        Embedding tables are pulled by rows only under rules whose workers keep no local models.
+        """
+        self._traced = True
+        rows = {index: tf.TensorSpec([None], tf.int64) for index in worker.rows}
+        slots = [_spec(value) for value in optimizer]
+        for k in self._work.slots_by_rows:
+            slots[k] = tf.TensorSpec([None, *slots[k].shape[1:]], slots[k].dtype)
+        pulled = _specs_of(self._pull, rows)
+        block = _specs_of(self._begin, pulled, _spec(worker.own), pulled.weights, slots, rows)
+        minibatch = _spec(worker.element)
+        for _ in range(
+            min(2, self._training.sync_period)
+        ):  # only after the first minibatch a block has gradients
+            block = _specs_of(self._add, block, minibatch)
+        number = tf.TensorSpec([], tf.int64)
+        place = Place(number, number, number)
+        _specs_of(self._push, block, pulled, number, place, _spec(worker.rate))
 
     def _may_pull(self, worker: _Worker) -> bool:
         """Returns whether the record has a pull of this worker next; True without a record."""
@@ -374,6 +398,17 @@ class _Simulation(Executor):
     ) -> Answer:
         push = self._work.push(block, pulled, worker, place, rate)
         return self._exchange.push(push, pulled, waits=False)
+
+
+def _specs_of(graph: Any, *specs: Nest) -> Any:
+    """Traces a graph function for arguments of these specs; returns the specs of its results."""
+    return _spec(graph.get_concrete_function(*specs).structured_outputs)
+
+
+def _spec(values: Nest) -> Any:
+    return tf.nest.map_structure(
+        lambda v: None if v is None else tf.type_spec_from_value(v), values
+    )
 
 
 def _long(value: int) -> tf.Tensor:

@@ -84,14 +84,17 @@ def is_equal(some, others, **close):
     ],
     ids=str,
 )
-def test_rows_train_as_whole_tables_do(rule, period, options, capfd):
+def test_rows_train_as_whole_tables_do(rule, period, options, capfd, monkeypatch):
     """SGD leaves a row without a gradient alone, so it is the same to the last bit."""
+    add, traced = WorkerStep.add, []
+    monkeypatch.setattr(WorkerStep, "add", lambda *given: traced.append(given) or add(*given))
 
     def sgd():
         return optimizers.SGD(0.1, clipvalue=0.01)
 
     strategy, model, found = trained(rule, sgd, True, period, **options)
     assert strategy._models.of(model).work.tables.indices == [0, 1]
+    assert len(traced) <= 2  # not once more for each number of rows
     assert "plain Keras" not in capfd.readouterr().err
     is_equal(found, trained(rule, sgd, False, period, **options)[-1], rtol=0)
     start = model_of("sgd").get_weights()[0]
