@@ -192,7 +192,53 @@ def gan_loop(strategy):
     return {"generator": weights_of(generator), "discriminator": weights_of(discriminator)}
 
 
-CASES = {f.__name__: f for f in (own_step, losses, accumulated, mixed, tutorial, gan_loop)}
+class InputMean(keras.layers.Layer):
+    """Keeps a moving mean of its inputs, which it returns."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.mean.assign((self.mean + tf.reduce_mean(x, 0)) / 2)
+        return x
+
+
+def two_functions(strategy):
+    """Trains in two functions: one accumulates gradients over two minibatches, one takes a step.
+
+    Before the first step, the first function has changed the statistics of a layer.
+    """
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), InputMean(), network()])
+        optimizer = keras.optimizers.SGD(RATE)
+        sums = [tf.Variable(tf.zeros(w.shape), trainable=False) for w in model.trainable_weights]
+    if hasattr(strategy, "track"):
+        strategy.track(model)
+
+    def add(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_weights)
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.assign_add(gradient)
+
+    def step():
+        optimizer.apply([total.read_value() for total in sums], model.trainable_weights)
+        for total in sums:
+            total.assign(tf.zeros(total.shape))
+
+    adding = tf.function(lambda batch: strategy.run(add, args=batch))
+    stepping = tf.function(lambda: strategy.run(step))
+    for number, batch in enumerate(strategy.experimental_distribute_dataset(data())):
+        adding(batch)
+        if number % 2:
+            stepping()
+    return {"weights": weights_of(model)}
+
+
+_CASES = (own_step, losses, accumulated, mixed, tutorial, two_functions, gan_loop)
+CASES = {f.__name__: f for f in _CASES}
 # The others run on two devices of each worker; own_step does so on two devices of one process.
 ON_ONE_DEVICE = ("own_step", "losses", "accumulated", "mixed")
 

@@ -112,6 +112,11 @@ class RunSteps:
         nonfinite = [] if self.guard is None else self.guard.taken()
         stepped = trace.written or (eager and (self.step_counts() != counts or any(nonfinite)))
         if not stepped and not _is_train_step(fn):
+            if not eager and models.for_step(fn) is None and _has_state(models.tracked):
+                # A function without a step may change statistics before the first step. So the
+                # synchronizer, which compares the workers' first statistics, is made already now.
+                with _outside_of_traces():
+                    models.make(models.tracked)
             return outputs
         self.check_optimizers(models.model_of(fn), trace.optimizers)
         # The synchronizer is looked up after the step, because the step may have made slots of an
@@ -302,6 +307,10 @@ def _is_step_of_keras(
 
 def _has_weights(model: keras.Model | None) -> bool:
     return model is not None and bool(model.trainable_variables)
+
+
+def _has_state(model: keras.Model | None) -> bool:
+    return model is not None and bool(model.trainable_variables and model.non_trainable_weights)
 
 
 def _is_train_step(fn: Any) -> bool:
