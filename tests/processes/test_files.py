@@ -112,6 +112,8 @@ def test_the_chief_alone_posts_and_prints(ran):
     assert len(ran.posts) == 6
     assert ran.output[0].count("finished saving model to") == 6
     assert ran.output[1].count("finished saving model to") == 0
+    assert ran.output[0].count("LearningRateScheduler setting learning rate") == 6
+    assert "LearningRateScheduler" not in ran.output[1]
     assert f"Saved artifact at '{ran.folder / 'exported'}'" in ran.output[0]
     assert "Saved artifact" not in ran.output[1]
 

@@ -81,6 +81,7 @@ def callbacks_of(folder, url):
         K.TensorBoard(folder / "board", histogram_freq=1, write_images=True, update_freq=1),
         K.RemoteMonitor(root=url, send_as_json=True),
         K.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
+        K.LearningRateScheduler(lambda epoch, rate: rate, verbose=1),
         K.TerminateOnNaN(),
     ]
 

@@ -1,4 +1,4 @@
-"""Keras' callbacks on several workers: only those of the chief write files and draw progress bars.
+"""Keras' callbacks on several workers: only those of the chief write files, print and draw bars.
 
 In an elastic run another worker may become the chief between two steps. The new chief continues
 the files and the progress bar of the former one.
@@ -26,6 +26,12 @@ _PATHS = {
     _CALLBACKS.CSVLogger: "filename",
     _CALLBACKS.TensorBoard: "log_dir",
 }
+# The kinds of callbacks that write no files, but print lines if they have `verbose=1`.
+_PRINTING = (
+    _CALLBACKS.EarlyStopping,
+    _CALLBACKS.LearningRateScheduler,
+    _CALLBACKS.ReduceLROnPlateau,
+)
 
 
 def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
@@ -35,7 +41,9 @@ def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
     if strategy.company.changes or not strategy.is_chief:
         if type(callback) is _CALLBACKS.RemoteMonitor:
             return callback if strategy.is_chief else None
-        return callback if attribute is None else _Elsewhere(callback, attribute, strategy)
+        if attribute is not None:
+            return _Elsewhere(callback, attribute, strategy)
+        return _Silent(callback, strategy) if isinstance(callback, _PRINTING) else callback
     _make_folder(callback)
     return callback
 
@@ -80,7 +88,46 @@ def _restores_best(callback: Any) -> bool:
     return ends and bool(callback.restore_best_weights)
 
 
-class _Elsewhere(keras.callbacks.Callback):
+class _Silent(keras.callbacks.Callback):
+    """A wrapper that lets a callback print nothing while this worker is not the chief."""
+
+    def __init__(self, callback: keras.callbacks.Callback, strategy: Any) -> None:
+        super().__init__()
+        self._callback, self._strategy = callback, strategy
+
+    def set_model(self, model: keras.Model) -> None:
+        self._call("set_model", model)
+
+    def set_params(self, params: dict[str, Json]) -> None:
+        self._callback.set_params(params)
+
+    def _call(self, method: str, *args: object, **kwargs: object) -> None:
+        if self._strategy.is_chief:
+            getattr(self._callback, method)(*args, **kwargs)
+        else:
+            self._call_elsewhere(method, *args, **kwargs)
+
+    def _call_elsewhere(self, method: str, *args: object, **kwargs: object) -> None:
+        meanwhile = self._meanwhile()
+        if hasattr(self._callback, "verbose"):
+            meanwhile["verbose"] = 0
+        own = {name: getattr(self._callback, name) for name in meanwhile}
+        try:
+            for name, value in meanwhile.items():
+                setattr(self._callback, name, value)
+            getattr(self._callback, method)(*args, **kwargs)
+        finally:
+            for name, value in own.items():
+                # If the callback itself has changed a value during the call, it keeps that value.
+                if getattr(self._callback, name) == meanwhile[name]:
+                    setattr(self._callback, name, value)
+
+    def _meanwhile(self) -> dict[str, Json]:
+        """Returns the attributes that the callback has during its calls, beside `verbose`."""
+        return {}
+
+
+class _Elsewhere(_Silent):
     """A wrapper that lets a callback write to a temporary folder, and print nothing.
 
     The callback has the folder's path only while one of its methods runs, else the user's path. If
@@ -89,18 +136,12 @@ class _Elsewhere(keras.callbacks.Callback):
     """
 
     def __init__(self, callback: keras.callbacks.Callback, attribute: str, strategy: Any) -> None:
-        super().__init__()
-        self._callback, self._attribute, self._strategy = callback, attribute, strategy
+        super().__init__(callback, strategy)
+        self._attribute = attribute
         self._elsewhere = False  # whether the callback's last call wrote to the temporary folder
         self._trains = False
         self._folder = tempfile.mkdtemp(prefix="tfpara-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-
-    def set_model(self, model: keras.Model) -> None:
-        self._call("set_model", model)
-
-    def set_params(self, params: dict[str, Json]) -> None:
-        self._callback.set_params(params)
 
     def _call(self, method: str, *args: object, **kwargs: object) -> None:
         if not self._strategy.is_chief:
@@ -125,23 +166,9 @@ class _Elsewhere(keras.callbacks.Callback):
         if self._trains:
             self._callback.on_train_begin()
 
-    def _call_elsewhere(self, method: str, *args: object, **kwargs: object) -> None:
+    def _meanwhile(self) -> dict[str, Json]:
         path = os.fspath(getattr(self._callback, self._attribute))
-        meanwhile: dict[str, Json] = {
-            self._attribute: os.path.join(self._folder, os.path.basename(path) or "files")
-        }
-        if hasattr(self._callback, "verbose"):
-            meanwhile["verbose"] = 0
-        own = {name: getattr(self._callback, name) for name in meanwhile}
-        try:
-            for name, value in meanwhile.items():
-                setattr(self._callback, name, value)
-            getattr(self._callback, method)(*args, **kwargs)
-        finally:
-            for name, value in own.items():
-                # If the callback itself has changed a value during the call, it keeps that value.
-                if getattr(self._callback, name) == meanwhile[name]:
-                    setattr(self._callback, name, value)
+        return {self._attribute: os.path.join(self._folder, os.path.basename(path) or "files")}
 
 
 class ChiefsBar(keras.callbacks.ProgbarLogger):
@@ -183,4 +210,4 @@ def _passed_on(method: str) -> Callable[..., None]:
 
 for _name in dir(_CALLBACKS.Callback):
     if _name.startswith("on_"):
-        setattr(_Elsewhere, _name, _passed_on(_name))
+        setattr(_Silent, _name, _passed_on(_name))
