@@ -57,6 +57,9 @@ def joined(tensor: tf.Tensor, axis: int, control: Control, purpose: Purpose) -> 
     if dtype not in _CARRIED:
         raise ValueError(f"{dtype.name} cannot be gathered. Send numbers.")
     lengths = [length for _, _, length in facts]
+    if 0 in others or not any(lengths):
+        # There is nothing to send, and TensorFlow crashes where it gathers empty tensors.
+        return tf.zeros([*sizes[:axis], sum(lengths), *sizes[axis + 1 :]], tensor.dtype)
     missing = max(lengths) - sizes[axis]
     padding = [[0, missing if k == axis else 0] for k in range(len(sizes))]
     rows = control.collectives.all_gather(tf.pad(tf.cast(tensor, dtype), padding), "rows")
