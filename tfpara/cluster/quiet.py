@@ -25,6 +25,9 @@ _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
     r"|I0000 [\d:. ]+ "
     r"(grpc_server_lib|eager_service_impl|coordination_service\w*|cudart_stub|port)\.cc:\d+\] "
+    # XLA writes these notes when it compiles its first step.
+    r"|I0000 [\d:. ]+ service\.cc:\d+\] (XLA service|  StreamExecutor device) "
+    r"|I0000 [\d:. ]+ device_compiler\.h:\d+\] Compiled cluster using XLA!"
     # TensorFlow logs these lines when it is imported, with or without GPUs, because it registers
     # CUDA's libraries twice.
     r"|([EW]0000 [\d:. ]+ |[\d:. -]*[EW] [\w/]+/)"
