@@ -522,8 +522,8 @@ def test_notes_of_tensorflows_import_are_shown_where_all_is_asked_for(
         "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
         "I0000 00:00:1795.449318   14332 cudart_stub.cc:31] Could not find cuda drivers",
         "I0000 00:00:1795.198281   27252 port.cc:153] oneDNN custom operations are on.",
-        "I0000 00:00:1796.117392   22104 service.cc:146] XLA service 0x7fbea40193e0 initialized for "
-        "platform Host (this does not guarantee that XLA will be used). Devices:",
+        "I0000 00:00:1796.117392   22104 service.cc:146] XLA service 0x7fbea40193e0 initialized "
+        "for platform Host (this does not guarantee that XLA will be used). Devices:",
         "I0000 00:00:1796.117440   22104 service.cc:154]   StreamExecutor device (0): Host, "
         "Default Version",
         "I0000 00:00:1796.315145   22104 device_compiler.h:188] Compiled cluster using XLA!  This "

@@ -328,7 +328,7 @@ _AFTER_TORCHRUN = " + 1, since torchrun itself listens at MASTER_PORT"
 _under_torchrun = partial(_of_master, *_MASTER, 1, _AFTER_TORCHRUN)
 _under_kubeflow = partial(_of_master, *_PET, 0, "")
 _of_jax = partial(_address_in, "JAX_COORDINATOR_ADDRESS")
-_OWN = Engine("tfpara", RANK, SIZE, "whoever starts the processes", _unknown)
+_OWN = Engine("by hand", RANK, SIZE, "whoever starts the processes", _unknown)
 _ENGINES = (
     Engine("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE", _MPI, _unknown),
     _OWN,

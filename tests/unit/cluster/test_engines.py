@@ -53,7 +53,7 @@ TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", 
 @pytest.mark.parametrize(
     ("environ", "rank", "size", "coordinator", "words"),
     [
-        (OURS, 1, 2, "10.0.0.1:4000", "tfpara: rank 1 of 2, from TFPARA_RANK and TFPARA_SIZE"),
+        (OURS, 1, 2, "10.0.0.1:4000", "by hand: rank 1 of 2, from TFPARA_RANK and TFPARA_SIZE"),
         (INDEX, 1, 2, "job-0.job:4000", "from JOB_COMPLETION_INDEX and TFPARA_SIZE"),
         (SLURM, 1, 4, "node03:", "Slurm: rank 1 of 4, from SLURM_PROCID and SLURM_STEP_NUM_TASKS"),
         (SLURM, 1, 4, "node03:", "from SLURM_STEP_NODELIST='node[03-04,7]' and the numbers of"),
@@ -73,7 +73,7 @@ TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", 
         ({"PMI_RANK": "0", "PMI_SIZE": "1"} | TORCHRUN, 1, 2, "node1:29501", "torchrun"),
         # What is given by hand is taken.
         (TORCHRUN | {"TFPARA_COORDINATOR": "node9:1"}, 1, 2, "node9:1", "from TFPARA_COORDINATOR"),
-        (SLURM | OURS, 1, 2, "10.0.0.1:4000", "tfpara"),
+        (SLURM | OURS, 1, 2, "10.0.0.1:4000", "by hand"),
     ],
 )
 def test_what_an_engine_tells(environ, rank, size, coordinator, words):
