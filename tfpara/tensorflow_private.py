@@ -102,10 +102,14 @@ def functions_let_threads_run() -> None:
         if code:
             raise tf.compat.v1.errors.exception_type_from_error_code(code)(None, None, message)
 
+    keeps_the_lock = pywrap_tfe.TFE_ContextAddFunction
+
     def add(eager_context: Any, function: Any) -> None:
-        # `function` is an object of pybind11, whose first field is the address of the C object.
+        if type(type(function)).__name__ != "pybind11_type":  # not of the versions that are tested
+            return keeps_the_lock(eager_context, function)
+        # The first field of an object of pybind11 is the address of the C object.
         address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__)
-        call(library.TFE_ContextAddFunction, eager_context, address)
+        return call(library.TFE_ContextAddFunction, eager_context, address)
 
     def remove(eager_context: Any, name: bytes | str) -> None:
         call(library.TFE_ContextRemoveFunction, eager_context, tf.compat.as_bytes(name))
