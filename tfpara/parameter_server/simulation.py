@@ -236,7 +236,7 @@ class _Simulation(Executor):
                 continue
             rows = worker.rows
             kept = self._kept_of(worker)
-            if rows and not self._traced:
+            if rows and not self._traced and not tf.config.functions_run_eagerly():
                 self._trace(worker, kept.optimizer)
             worker.pulled = self._pull(rows).with_rate(worker.rate)
             weights, optimizer = kept.weights or worker.pulled.weights, list(kept.optimizer)
@@ -266,9 +266,8 @@ class _Simulation(Executor):
         pulled = _specs_of(self._pull, rows)
         block = _specs_of(self._begin, pulled, _spec(worker.own), pulled.weights, slots, rows)
         minibatch = _spec(worker.element)
-        for _ in range(
-            min(2, self._training.sync_period)
-        ):  # only after the first minibatch a block has gradients
+        # Only after its first minibatch a block has gradients, so its type changes once.
+        for _ in range(min(2, self._training.sync_period)):
             block = _specs_of(self._add, block, minibatch)
         number = tf.TensorSpec([], tf.int64)
         place = Place(number, number, number)
