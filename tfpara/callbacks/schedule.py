@@ -114,7 +114,6 @@ class LearningRate(Schedule):
         self._restored: tuple[int, int, float | None] | None = None
         self._rate: float | None = None
         self._used: float | None = None  # the rate of the last trained step of this epoch
-        self._is_async = False
         self._units = 1  # length of this epoch, in units of `CompanyBase.epoch_units`
 
     def get_state(self) -> dict[str, Json]:
@@ -136,8 +135,8 @@ class LearningRate(Schedule):
             _, self._done, self._used = restored
         # In an epoch that is resumed, Keras counts batches from the first one after the resumption,
         # so the earlier ones must be added. AsyncStrategy counts from the start of the epoch.
-        self._is_async = self._strategy.running is not None
-        self._before = 0 if self._is_async else self._done
+        is_async = self._strategy.running is not None
+        self._before = 0 if is_async else self._done
         if self._steps:
             self._units = self._strategy.company.epoch_units.total(self._steps)
         before, self._rate = self._rate, None
@@ -151,9 +150,9 @@ class LearningRate(Schedule):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._done, self._used = self._before + batch + 1, self._rate
-        if self._is_async and self._steps is not None:
-            # AsyncStrategy calls both hooks after the minibatch, so this rate is for the next one.
-            self._set(self._epoch + self._share(self._done))
+        if self._strategy.running is not None:
+            # AsyncStrategy calls both hooks after the minibatch. The next one needs its rate now.
+            self.on_train_batch_begin(batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._used not in (None, self._rate) and not self._strategy.blocks_differ:

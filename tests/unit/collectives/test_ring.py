@@ -41,7 +41,7 @@ def test_two_operations_that_tensorflow_could_not_tell_apart_are_refused():
 
 
 def test_a_tensor_without_elements_is_not_sent():
-    """Of a model without state, a worker that joins receives such a tensor."""
+    """A worker that joins receives such a tensor if the model has no state."""
     with tf.Graph().as_default() as graph:
         for rank in range(2):
             got = TensorFlowCollectives(TASKS, rank, "CPU:0", 0.0).broadcast(tf.zeros([0]), "none")
